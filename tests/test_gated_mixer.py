@@ -435,3 +435,21 @@ def test_gradients_of_each_row(make_model, random_ids, assert_gradients_of_each_
     """By `torch.func`, which can look at no value."""
     model, ids = make_model(**FORMS[form], product="hermitian", backend="recurrent"), random_ids(2, 9)
     assert_gradients_of_each_row(model, ids)
+
+
+def test_no_key_takes_back_more_than_was_written():
+    """Of modes and C with which a key finds most of a value at the next token, and nearly nothing at once."""
+    log_decay = torch.tensor([[[-2.0, 0.0], [-2.0, torch.pi]]], dtype=torch.float64)
+    beta = torch.tensor([[[1.0, 0.0], [1.0, 0.0]]], dtype=torch.float64)
+    c = torch.tensor([[[[1.0, 0.0], [-0.99, 0.0]], [[0.0, 0.0], [0.0, 0.0]]]], dtype=torch.float64)
+    own, share = what_keys_find(log_decay, beta, c)
+    assert own.item() > 100 * (1 - 0.99) ** 2 and share.item() == 1
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_record_shares_no_memory_with_parameters(form, make_model):
+    """What shards a module frees its parameters after the call, and a record is made behind it."""
+    recurrence = make_model(**FORMS[form]).model.layers[0].token_mixer.recurrence
+    own = {x.untyped_storage().data_ptr() for x in recurrence.parameters()}
+    constants = recurrence(torch.zeros(1, 1, 1), transition=True)
+    assert not own & {x.untyped_storage().data_ptr() for x in constants}

@@ -661,3 +661,32 @@ def test_training_is_told_in_tokens_and_hours():
 def test_a_model_of_softmax_alone_is_no_linear_attention(make_model, tmp_path):
     make_model("softmax", dtype=torch.float32).save_pretrained(tmp_path)
     assert model_card.render(tmp_path, "user/control").data.tags == ["interdomain", "arxiv:2605.24330"]
+
+
+WEIGHED = "which its softmax weighs as one more key"
+FIXED = "whatever the length |\n| for comparison"
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "says", "never"),
+    [
+        ("window", {}, [WEIGHED, FIXED], "growing"),
+        ("window", {"window_share": "sigmoid"}, ["instead of the tokens between and reads"], "as one more key"),
+        ("cheems", {}, ["of the attention layers", ", growing with the length"], "All layers"),
+        ("interdomain-softmax", {"dynamic_mask": "position"}, ["a number for each of"], "Nothing in the recurrence"),
+        ("interdomain-softmax", {"dynamic_mask": "hard"}, ["a number for each of"], "Nothing in the recurrence"),
+        ("experts", {}, ["a token uses 6 of 48 experts of one neuron each"], FIXED),
+        ("softmax", {}, ["All layers are softmax attention", "are longer than the configuration"], "No layer"),
+        ("softmax", {"dynamic_mask": "position"}, ["longer texts are refused"], "are longer than the configuration"),
+        ("softmax, cdmoe", {}, ["a token uses ", "All layers are softmax attention"], "No layer"),
+        ("inner-function", {"token_mixers": "inner_function"}, ["No layer has a recurrent state"], "All layers are"),
+        ("gated", {}, ["weigh those of the values.\n"], "Each token says"),
+        ("delta-rule", {}, ["Each token says how much of them is left", "is already answered"], "time moves"),
+        ("warped-time", {}, ["Each token says by how much time moves."], "already answered"),
+    ],
+)
+def test_the_card_says_what_its_layers_do(make_model, tmp_path, name, changes, says, never):
+    make_model(name, dtype=torch.float32, **changes).save_pretrained(tmp_path)
+    text = model_card.render(tmp_path, "user/other").text
+    assert all(words in text for words in says) and never not in text
+    assert "\n\n\n- " not in text and "\n| numbers" not in text.replace("\n\n| numbers", "")

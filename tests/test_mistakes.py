@@ -557,3 +557,25 @@ def test_shards_of_a_variant_are_replaced_by_its_single_file(tmp_path, make_mode
     for size in ("20KB", "50GB"):
         model.save_pretrained(tmp_path, variant="ones", max_shard_size=size)
     assert sorted(x.name for x in tmp_path.glob("*.safetensors*")) == ["model.ones.safetensors", "model.safetensors"]
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_weights_that_are_no_numbers_are_not_published(folder, capsys, value):
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"][0] = value
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert publish.main([str(folder), "user/model", "--dry-run"]) == 2
+    assert "1 weights of" in (said := capsys.readouterr().err) and "for example model.norm.weight" in said
+
+
+def test_a_repository_for_code_has_an_owner(folder, capsys):
+    assert publish.main([str(folder), "user/model", "--code-repo", "code", "--dry-run"]) == 2
+    assert "code names no owner: a repository is user/name." in capsys.readouterr().err
+
+
+def test_folders_are_not_sent(folder, capsys):
+    """Whatever they are called."""
+    (folder / "curves.png").mkdir()
+    assert publish.main([str(folder), "user/model", "--dry-run"]) == 0
+    sent, left = capsys.readouterr().out.splitlines()[:2]
+    assert "curves.png" not in sent and left == "Not sent: curves.png/"

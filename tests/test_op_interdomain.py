@@ -596,3 +596,20 @@ def test_the_first_slot_is_for_one_row_too():
     with pytest.raises(ValueError, match=r"must name a slot for one row alone, got \[0, 0\]"):
         check_slots(torch.tensor([0, 0]), torch.zeros(3, 2), 2, torch.device("cpu"))
     assert check_slots(torch.tensor([-1, -1]), torch.zeros(3, 2), 2, torch.device("cpu")) == 3
+
+
+def test_one_pad_alone_is_a_pad(monkeypatch):
+    """Of a batch in which all tokens but one are real, with memory that holds something."""
+    arguments = {k: None if v is None else v.detach() for k, v in inputs(SHAPES["odd_sizes"]).items()}
+    rows, length = arguments["query"].shape[:2]
+    lengths = torch.full((rows,), length)
+    lengths[-1] -= 1
+    new_empty = torch.Tensor.new_empty
+
+    def filled(x, *args, **given):
+        made = new_empty(x, *args, **given)
+        return made.fill_(7) if x.is_floating_point() else made
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", filled)
+    output, _ = interdomain_attention(**arguments, backend="chunk", lengths=lengths)
+    assert not output[-1, -1].any()

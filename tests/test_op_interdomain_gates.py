@@ -646,3 +646,27 @@ def test_an_overwritten_key_is_corrected_instead_of_added():
     assert relative_error(recalled(1.0), last) < 1e-10
     errors = [relative_error(recalled(delta), last) for delta in (0.0, 0.5, 1.0)]
     assert errors[0] > 1 > 0.7 > errors[1] > errors[2], errors
+
+
+@pytest.mark.parametrize("what", STRONG)
+def test_replay_of_strong_and_zero_gates(what, assert_same):
+    """What is forgotten in the middle and at the end, and the tokens behind it."""
+    arguments = {k: v.detach() for k, v in gated((2, 9, 2, 2, 3, 4, 5), KINDS["gates"]).items()}
+    arguments["log_gate"][0, [0, 4]] = STRONG[what]
+    arguments["log_gate"][1, 8] = STRONG[what]
+    tokens = {name: arguments[name] for name in ("key", "value", "log_decay", "input_matrix", *KINDS["gates"])}
+    found = gated_state_after(arguments["initial_state"], mask=torch.ones(2, 9, dtype=torch.bool), **tokens)
+    _, expected = interdomain_attention(**arguments, backend="recurrent", output_final_state=True)
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("kind", ["gates", "all"])
+def test_many_segments_of_padded_rows(monkeypatch, kind):
+    """Of these, too, no states are kept for the backward pass."""
+    monkeypatch.setitem(chunk_call._SEGMENT_FLOATS, "cpu", 40 * 2 * 4 * 2)
+    lengths = [85, 3, 0, 50]
+    arguments = gated((4, 85, 2, 1, 4, 3, 4), KINDS[kind])
+    places = [(row, 0, length) for row, length in enumerate(lengths)]
+    expected = everything(arguments, functools.partial(one_by_one, interdomain_attention, places))
+    found = everything(arguments, backend="chunk", lengths=torch.tensor(lengths), chunk_size=8)
+    assert_close(found, expected, 1e-9)
