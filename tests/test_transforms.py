@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch.autograd import forward_ad
-from torch.func import functional_call, grad, vmap
+from torch.func import functional_call, functionalize, grad, vmap
 
 from modeling_interdomain import interdomain_attention
 from tests.conftest import EACH_MIXER, PAIRS
@@ -87,6 +87,15 @@ def test_a_second_gradient_is_refused():
 
     with pytest.raises(RuntimeError, match="attention_backward has no gradient of its own"):
         grad(first)(value)
+
+
+def test_a_model_may_be_made_functional(asked):
+    """As PyTorch's tools for graphs make it: without operations in place."""
+    model, _, ids, _ = asked
+    torch.manual_seed(0)
+    expected = model(ids, use_cache=False).logits
+    torch.manual_seed(0)
+    torch.testing.assert_close(functionalize(lambda x: model(x, use_cache=False).logits)(ids), expected)
 
 
 def tangent(model, ids, enabled):

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
+from torch._C._functorch import TransformType, peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
@@ -27,9 +28,8 @@ def differentiable(
 ):
     """Register `name` and `name_backward`, both opaque to a graph and both without autocast; the first is returned.
 
-    The backward operator has no gradient, and says so when asked. Nor is there a derivative in forward mode, of which
-    PyTorch would say that it is zero. `torch.func` takes gradients, and maps both over a batch one by one. What is
-    registered is in `registered`.
+    The backward operator has no gradient, and says so when asked; nor is there a derivative in forward mode.
+    `torch.func` takes gradients, and maps both over a batch one by one. The operator of PyTorch is in `registered`.
 
     Args:
         module: `__name__` of the module that asks.
@@ -106,8 +106,7 @@ def differentiable(
 
 def with_transforms(operator, differentiate: Callable, save: Callable, lists: bool = False) -> Any:
     """The operator with a gradient, and inside `torch.func` as a function of autograd, for PyTorch transforms none that
-    is registered. Forward mode, of which it would say that all is constant, is refused, with `lists` any transform.
-    """
+    is registered. Forward mode, of which it would say that all is constant, is refused; with `lists` any transform."""
     operator.register_autograd(differentiate, setup_context=save)
 
     class Function(torch.autograd.Function):
@@ -124,7 +123,8 @@ def with_transforms(operator, differentiate: Callable, save: Callable, lists: bo
     def call(*inputs):
         if in_graph():
             return operator(*inputs)
-        transforms = torch._C._are_functorch_transforms_active()
+        top = peek_interpreter_stack()
+        transforms = top is not None and top.key() != TransformType.Functionalize  # which knows operators alone
         if forward_ad._current_level >= 0 or (transforms and lists):
             raise NoDerivative(
                 f"{operator._qualname} has no derivative in forward mode (jvp){', nor any transform' * lists}: use "
