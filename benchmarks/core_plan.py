@@ -90,8 +90,8 @@ def plan(runs: list[dict], others: dict[str, dict]) -> Iterator[dict]:
 
 
 def _plan(runs: list[dict]) -> Iterator[dict]:
-    """Language at 1.4M, at 3M on 2M tokens, the closest two first, and our forms on 8M, recall, the others on 8M, 12M,
-    and longer recall.
+    """Language at 1.4M, at 3M on 2M tokens, the closest two first and BETTER_STARTED last, and our forms on 8M, recall,
+    the others on 8M, 12M, and longer recall.
     """
     small = [row for row in runs if row["task"] == LANGUAGE]
     best = {name: condition_study.best_rate(small, name) for name in CONDITIONS}
