@@ -42,13 +42,13 @@ FIRST = ("Interdomain", "Interdomain, gates", "Interdomain, gates and delta rule
 REST = ("Gated DeltaNet", KIMI, "Mamba-2", "S4D-only", "softmax, convolution")
 MOST_ASKED = (*FIRST, GATES_MANY, OUTPUT_GATE)  # with more seeds at 1.4M, and in recall
 FORMS = (*MOST_ASKED, TWICE)  # at 3M
-BETTER_STARTED = (EVEN, EXPANDED, ROTARY)  # peers, at 1.4M and at 3M on 2M tokens
+BETTER_PEERS = (EVEN, EXPANDED, ROTARY)  # peers, at 1.4M and at 3M on 2M tokens
 IN_RECALL = (*MOST_ASKED, *REST, EVEN)
 MORE_SEEDS = (2, 3, 4, 5)  # of those at 1.4M, to tell what lies within a percent
 # Conditions in language, by size.
 ASKED = {
     LANGUAGE: tuple(CONDITIONS),
-    FEWER: (*FORMS, *REST, *BETTER_STARTED),
+    FEWER: (*FORMS, *REST, *BETTER_PEERS),
     LARGER: (*FORMS, *REST),
     LARGE: (
         *CLOSEST,
@@ -90,13 +90,13 @@ def plan(runs: list[dict], others: dict[str, dict]) -> Iterator[dict]:
 
 
 def _plan(runs: list[dict]) -> Iterator[dict]:
-    """Language at 1.4M, at 3M on 2M tokens, the closest two first and BETTER_STARTED last, and our forms on 8M, recall,
+    """Language at 1.4M, at 3M on 2M tokens, the closest two first and BETTER_PEERS last, and our forms on 8M, recall,
     the others on 8M, 12M, and longer recall.
     """
     small = [row for row in runs if row["task"] == LANGUAGE]
     best = {name: condition_study.best_rate(small, name) for name in CONDITIONS}
     yield from language_plan(runs, LANGUAGE, ASKED[LANGUAGE])
-    for names in (CLOSEST, FIRST[:3], REST, FORMS[len(FIRST) :], BETTER_STARTED):
+    for names in (CLOSEST, FIRST[:3], REST, FORMS[len(FIRST) :], BETTER_PEERS):
         yield from language_plan(runs, FEWER, names)
     yield from language_plan(runs, LARGER, FORMS)
     for name in (*MOST_ASKED, EVEN):

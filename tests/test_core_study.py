@@ -620,7 +620,7 @@ def test_peers_start_recall_with_larger_maps():
     """Those without a start of their own: with smaller maps Gated DeltaNet recalled less in trials."""
     ranges = {name: core_conditions.recall_fields(name).get("initializer_range") for name in CONDITIONS}
     larger = {name for name, found in ranges.items() if found == RECALL_RANGE}
-    assert larger == {*core_plan.REST[:2], SPREAD, "softmax, convolution", *core_plan.BETTER_STARTED}
+    assert larger == {*core_plan.REST[:2], SPREAD, "softmax, convolution", *core_plan.BETTER_PEERS}
     item = core_plan.recall_item(SPREAD)
     mixer = core_runs.make_fleet([item]).models[0].model.layers[0].token_mixer
     assert mixer.layer.in_proj_qkvz.weight.std().item() == pytest.approx(RECALL_RANGE, rel=0.05)

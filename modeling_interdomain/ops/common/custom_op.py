@@ -12,7 +12,7 @@ from .cpu import in_graph, without_autocast
 from .launch import NoDerivative, namespace
 
 # Where operators are made of PyTorch's operations.
-DEFINITION = "backend='recurrent', of sparse attention 'dense'; S4D and experts have none"
+_DEFINITION = "backend='recurrent', of sparse attention 'dense'; S4D and experts have none"
 
 
 def differentiable(
@@ -128,19 +128,19 @@ def with_transforms(operator, differentiate: Callable, save: Callable, lists: bo
         if forward_ad._current_level >= 0 or (transforms and lists):
             raise NoDerivative(
                 f"{operator._qualname} has no derivative in forward mode (jvp){', nor any transform' * lists}: use "
-                f"torch.autograd.grad, or the definition, {DEFINITION}."
+                f"torch.autograd.grad, or the definition, {_DEFINITION}."
             )
         return (Function.apply if transforms else operator)(*inputs)
 
-    found: Any = call
-    found.registered = operator
-    return found
+    transformable: Any = call
+    transformable.registered = operator
+    return transformable
 
 
 def refuse_second(name: str) -> NoReturn:
     raise RuntimeError(
         f"{name} has no gradient of its own (a second derivative): take the operator's definition, which is made of "
-        f"PyTorch's operations, {DEFINITION}."
+        f"PyTorch's operations, {_DEFINITION}."
     )
 
 

@@ -28,6 +28,7 @@ def blocks(stream: Stream) -> torch.Tensor:
     runs = runs_of(stream)
     query, key, value = (x.flatten(0, 2) for x in (stream.query, stream.key, stream.value))
     differentiated = wants_gradient(query, key, value)
+    # Compiled, and inside `torch.func`, PyTorch differentiates the sums itself, which keeps all weights.
     if differentiated and not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active():
         output: Any = _Attention.apply(query, key, value, list(runs))
     else:
