@@ -291,14 +291,12 @@ class GatedGradients(Gradients):
         of_values = of_values.unflatten(0, shape)
         self.values.of_written(segment, of_values)
         how = call.answering(segment, weights, reader)
-        self.values.answered = how, of_values, None if reader is None else self.grad_left[:, : call.queries]
+        self.values.answered = how, of_values, None if reader is None else self.grad_left
         self._walked(self.values, segment, *values, None)
         torch.neg(self.values.of_answers, out=grad[:, own].unflatten(0, shape))
         of_values.addcmul_(self.values.through, call.now.after)
         of_values.flatten(0, 1).baddbmm_(how.weights.mT, grad[:, own])
         torch.neg((of_values * call.values.known).sum(-1), out=self.delta[:, segment.here])
-        if reader is not None:
-            call.left(grad[:, own], self.grad_left[:, own])
 
     def _second_pass(self, segment: Segment, grad, values, states, p) -> torch.Tensor:
         """From the gradient of what was read, `[G N, P C, D]`, to that of p, `[G, N P C, 2M]`."""

@@ -122,9 +122,13 @@ class TokenGates:
     def __init__(self, log_gate: torch.Tensor, chunks: Chunks, dtype: torch.dtype):
         self.tokens, self.dtype = OnePerToken(finite(log_gate)[..., None], chunks), dtype
         self.all = ChunkGates.of(self.tokens.all[..., 0], dtype)
+        self._now: tuple[slice, ChunkGates] | None = None
 
     def of(self, segment: Segment) -> ChunkGates:
-        return self.all.part(segment.here)
+        here = segment.here
+        if self._now is None or self._now[0] != here:
+            self._now = here, self.all.part(here)
+        return self._now[1]
 
     def last(self, ranks: slice) -> ChunkGates:
         """Of the last chunks of some documents, their tokens at the right end."""
@@ -383,7 +387,7 @@ class DeltaStateGradients(GatedStateGradients):
 
     states: DeltaStates
     # Of the segment that is walked: how it answered; what was written receives but for the states, `[G, N, C, W]`; and
-    # the gradient of the outputs times what gates leave of the state, `[G N, P C, W]`, None where this is zero.
+    # what reads of the state before receive, `[G N, P C, W]`, of which the walk fills those of keys; None for zeros.
     answered: tuple[Answering, torch.Tensor, torch.Tensor | None]
     of_answers: torch.Tensor  # what the answers of the segment walked last receive, `[G, N, C, W]`, but for its sign
 
@@ -413,18 +417,18 @@ class DeltaStateGradients(GatedStateGradients):
 
     def _walk(self, segment: Segment, grad: torch.Tensor | None, after: torch.Tensor) -> torch.Tensor | None:
         (how, given, grad_left), states, gates = self.answered, self.states, self.states.gates.of(segment)
-        groups, shape = after.shape[0], given.shape[:2]
+        groups, shape, size = after.shape[0], given.shape[:2], given.shape[2]
         found, through, answers = (
             self.workspace.tensor(name, (groups * segment.chunks, *x.shape[2:]), x)
             for name, x in (("grad after by step", after), ("through by step", given), ("grad answers", given))
         )
         inverse = (how.inverse.unflatten(0, shape) * how.delta).mT
-        writes, left, inverses, before = (steps_of(x, segment) for x in (given, gates.after, inverse, gates.before))
+        writes, left, inverses, taken = (steps_of(x, segment) for x in (given, gates.after, inverse, -gates.before))
         later, reads, of_answers = (split_steps(x, segment) for x in (found, through, answers))
         table, entry = states.table(segment), None
         if how.reader is not None and grad_left is not None:
             entry = after.new_empty(groups * segment.lanes[0], *after.shape[2:])
-            across, readers, outputs = (
+            across, readers, rows = (
                 steps_of(x, segment)
                 for x in (
                     states.across_back(segment), how.reader.unflatten(0, shape),
@@ -441,11 +445,13 @@ class DeltaStateGradients(GatedStateGradients):
             torch.bmm(table[:count], later[step].mT, out=reads[step])
             torch.bmm(inverses[step], torch.addcmul(writes[step], reads[step], left[step]), out=of_answers[step])
             if entry is not None:
-                into, queries = later[step - 1][:count] if step else entry, outputs[step].shape[1]
+                into = later[step - 1][:count] if step else entry
+                torch.mul(of_answers[step], taken[step], out=rows[step][:, -size:])
                 torch.mul(pairs(later[step]), across[step], out=pairs(into))
-                into.baddbmm_(outputs[step].mT, readers[step][:, :queries])
-                into.baddbmm_((of_answers[step] * before[step]).mT, readers[step][:, queries:], alpha=-1)
+                into.baddbmm_(rows[step].mT, readers[step])
                 self._add_ends(segment, by_group(into, groups), going // groups)
+        if entry is not None and segment.lanes[0] > 1:  # then `rows` are copies
+            grad_left.unflatten(0, shape).copy_(by_group(torch.cat(rows), groups))
         after.copy_(by_group(found, groups))
         self.through, self.of_answers = by_group(through, groups), by_group(answers, groups)
         return None if entry is None else by_group(entry, groups)
