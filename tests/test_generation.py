@@ -724,9 +724,11 @@ def test_offloading_is_refused(cache, model):
         cache(config=model.config, max_cache_len=16, offloading=True)
 
 
-def test_pairs_of_keys_and_values_are_refused(model, random_ids):
-    with pytest.raises(ValueError, match=r"past_key_values must be a cache, got tuple; .*InterdomainCache"):
-        model(random_ids(1, 2), past_key_values=((None, None),) * 2)
+@pytest.mark.parametrize("given", [((None, None),) * 2, [], {}], ids=lambda x: type(x).__name__)
+def test_what_is_no_cache_is_refused(given, model, random_ids):
+    for call in (model, model.generate):
+        with pytest.raises(ValueError, match=rf"past_key_values must be a cache, got {type(given).__name__}; .*Inter"):
+            call(random_ids(1, 2), past_key_values=given)
 
 
 @pytest.mark.parametrize("name", ["interdomain-softmax", "softmax-interdomain", "softmax"])

@@ -13,6 +13,7 @@ from ..inputs.checks import (
     check_beside_drafts,
     check_cache_layers,
     check_early_exit,
+    check_is_cache,
     check_layers,
     check_mask,
     check_prefill,
@@ -57,7 +58,8 @@ class InterdomainGenerationMixin(GenerationMixin):
         check_early_exit(self.config, generation_config.assistant_early_exit)
         check_prefill(generation_config)
         rollback = _rollback(self.config, generation_config)
-        if isinstance(given, Cache):
+        if given is not None:
+            check_is_cache(given)
             check_room(given, max_cache_length)
         if isinstance(given, _OWN_CACHES):
             given.allow_rollback(rollback)

@@ -373,14 +373,18 @@ def check_room(cache: Cache, tokens: int) -> None:
             )
 
 
-def check_cache(cache: Cache | None, config, mixers: list[TokenMixer], batch: int) -> None:
-    """The cache is of this model, batch and device, and whole."""
-    if cache is None:
-        return
+def check_is_cache(cache: Any) -> None:
     if not isinstance(cache, Cache):
         raise ValueError(
             f"past_key_values must be a cache, got {type(cache).__name__}; make it with InterdomainCache(model.config)."
         )
+
+
+def check_cache(cache: Cache | None, config, mixers: list[TokenMixer], batch: int) -> None:
+    """The cache is of this model, batch and device, and whole."""
+    if cache is None:
+        return
+    check_is_cache(cache)
     if config.bidirectional:
         raise ValueError("A bidirectional model reads a whole sequence at once: leave past_key_values out.")
     check_unbroken(cache)
