@@ -811,6 +811,23 @@ def test_move_to_another_dtype(model, make_cache, random_ids, advance):
     torch.testing.assert_close(advance(model, cache, next_ids), expected, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("dtypes", [("bfloat16", "float32"), ("float32", "bfloat16"), ("float64", "float32")])
+def test_a_cache_goes_on_in_the_dtype_of_a_model_that_was_cast(
+    implementation, dtypes, make_model, make_cache, random_ids, advance
+):
+    """Also where the cache was moved to another dtype than that of the model."""
+    model, ids = make_model("interdomain-softmax", attn_implementation=implementation), random_ids(2, 9)
+    expected = model(ids, use_cache=False).logits[:, 6:]
+    before, after = (getattr(torch, name) for name in dtypes)
+    cache = make_cache(model.config)
+    advance(model.to(before), cache, ids[:, :6])
+    model.to(after)
+    found = [advance(model, cache, ids[:, 6:7]), advance(model, cache.to(dtype=before), ids[:, 7:])]
+    assert cache.layers[1].keys.dtype == after
+    torch.testing.assert_close(torch.cat(found, dim=1), expected, rtol=0.1, atol=0.1, check_dtype=False)
+
+
 def test_move_before_the_first_forward(make_model, random_ids):
     model = make_model(dtype=torch.float32)
     cache = InterdomainCache(model.config).to(dtype=torch.bfloat16)
@@ -1091,3 +1108,10 @@ def test_rows_that_do_not_divide_the_batch_are_not_repeated(make_model, random_i
     with pytest.raises(ValueError, match="it belongs to another model or batch") as error:
         model(random_ids(3, 1), past_key_values=cache)
     assert "batch_repeat_interleave" not in str(error.value)
+
+
+def test_what_may_be_taken_back_never_becomes_less(make_config):
+    cache = InterdomainCache(make_config("interdomain", max_rollback=6))
+    for tokens, allowed in ((2, 6), (9, 9)):
+        cache.allow_rollback(tokens)
+        assert {layer.max_rollback for layer in cache.layers} == {allowed}

@@ -249,6 +249,14 @@ BAD_FIELDS = {
     "odd Fourier features": ({"feature_map": "fourier", "feature_dim": 5}, "needs an even feature_dim, got 5"),
     "a recurrence that sees later tokens": ({"bidirectional": True}, "bidirectional needs softmax in all layers"),
     "no patch": ({"patch_size": 0}, "patch_size and num_channels must be positive, got 0 and 3"),
+    "odd features beside an even head": (
+        {"feature_dim": 7, "rope_parameters": dict(ROPE)},
+        "rope_parameters needs an even head_dim and feature_dim, got 64 and 7",
+    ),
+    "no channel": (
+        {"patch_size": 2, "num_channels": 0},
+        "patch_size and num_channels must be positive, got 2 and 0",
+    ),
     "steps in the wrong order": ({"time_step_min": 1.0}, "time_step_min = 1.0 must be positive and at most"),
     "negative rollback": ({"max_rollback": -1}, "max_rollback must not be negative"),
     "steps without an end": ({"time_step_max": math.inf}, "time_step_max = inf, which must be finite"),
@@ -350,6 +358,11 @@ def test_a_state_stands_beside_angles_that_stay(kind, make_config):
     # Nothing is rotated, or nothing but keys.
     make_config(rope_parameters=LENGTHENED["dynamic"])
     make_config("softmax", rope_parameters=LENGTHENED["dynamic"])
+
+
+def test_a_factor_that_is_none_is_none_at_all(make_config):
+    """As configurations of other models write it."""
+    assert make_config("softmax", rope_parameters=dict(ROPE) | {"factor": None}).rope_parameters["factor"] is None
 
 
 # What a model computes, over a folder of softmax layers: assigned to its configuration, or an override in loading it.

@@ -451,7 +451,7 @@ def test_the_cache_keeps_a_window_and_no_more(make_model, make_cache, random_ids
         sizes.append(cache.state_bytes())
         held = sum(layer.keys[0].numel() + layer.values[0].numel() for layer in cache.layers)
         assert held == model.config.state_sizes(int(cache.get_seq_length()))["keys_values"]
-    assert len(set(sizes)) == 1
+    assert len(set(sizes)) == 1 and sizes[0] == sum(x.nbytes for layer in cache.layers for x in layer.tensors())
     assert all(x.untyped_storage().nbytes() == x.numel() * x.element_size() for x in cache.layers[0].tensors())
 
 

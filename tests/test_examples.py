@@ -690,8 +690,11 @@ def test_gates_of_branches_tables_and_states_do_not_decay_and_points_learn_slowl
         "feature_map.phases": "vectors",
         "feature_map.weights": "vectors",
         "recurrence.A_log": "vectors",
+        "model.cls_token": "vectors",
         "points.point_log_scale": "vectors",
         "recurrence.point_keys": "recurrence",
+        "recurrence.point_values": "recurrence",
+        "recurrence.readout": "recurrence",
         "q_proj.weight": "weights",
     }
     matrix = torch.nn.Parameter(torch.ones(2, 2))

@@ -279,3 +279,9 @@ def test_outputs_without_logits_are_those_of_tokens():
     labels = torch.tensor([[5, 5, -100, 5]])
     loss = add_layer_loss(lambda outputs, labels, num_items_in_batch=None: torch.tensor(0.0))
     torch.testing.assert_close(loss(outputs, labels, torch.tensor(4)), torch.tensor(2.0 * 2 / 4))
+
+
+def test_a_step_whose_labels_are_all_ignored_adds_nothing():
+    outputs = {"layer_loss": torch.tensor(2.0)}
+    loss = add_layer_loss(lambda outputs, labels, num_items_in_batch=None: torch.tensor(0.0))
+    assert loss(outputs, torch.full((1, 4), -100), torch.tensor(0)) == 0

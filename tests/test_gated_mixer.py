@@ -17,9 +17,11 @@ from modeling_interdomain.mixers.interdomain.gated import GatedInterdomainMixer
 from modeling_interdomain.mixers.interdomain.gates import operator_gates, what_keys_find
 from modeling_interdomain.mixers.interdomain.mixer import InterdomainMixer
 from modeling_interdomain.mixers.interdomain.warped import WarpedInterdomainMixer
+from modeling_interdomain.mixers.softmax.mixer import SoftmaxMixer
 from modeling_interdomain.model_cache.fingerprint import model_fingerprint
 from modeling_interdomain.ops.interdomain.gates_map import gated_attention_map
 from modeling_interdomain.ops.interdomain.naive import recurrent_attention
+from modeling_interdomain.registry import token_mixer_class
 
 FORMS = {
     "forget": {"gates": "forget"},
@@ -453,3 +455,10 @@ def test_a_record_shares_no_memory_with_parameters(form, make_model):
     own = {x.untyped_storage().data_ptr() for x in recurrence.parameters()}
     constants = recurrence(torch.zeros(1, 1, 1), transition=True)
     assert not own & {x.untyped_storage().data_ptr() for x in constants}
+
+
+def test_layers_of_attention_have_no_gates(make_config):
+    """Of a model whose other layers have some."""
+    for gates in ("forget", "warp"):
+        config = make_config(token_mixers=["interdomain", "softmax"], gates=gates)
+        assert token_mixer_class(config, 1) is SoftmaxMixer

@@ -340,6 +340,14 @@ def _similar_assistant(model, make_model, name):
     return assistant
 
 
+def test_beams_have_no_use_for_an_assistant(make_model, random_ids, generate):
+    """The library says so in a warning, and goes on with the beams."""
+    model, ids = make_model(), random_ids(1, 6)
+    settings = {"num_beams": 2, "max_new_tokens": 6}
+    found = generate(model, ids, assistant_model=model, **settings)
+    assert found.sequences.tolist() == generate(model, ids, **settings).sequences.tolist()
+
+
 @pytest.mark.each_value
 @pytest.mark.parametrize("tokens", [1, 4, 20])
 @pytest.mark.parametrize(("main", "assistant"), ASSISTED)
@@ -722,6 +730,12 @@ def test_stock_cache_for_softmax(stock, make_model, random_ids, generate, assert
 def test_offloading_is_refused(cache, model):
     with pytest.raises(ValueError, match="is not offloaded: leave offloading=False"):
         cache(config=model.config, max_cache_len=16, offloading=True)
+
+
+def test_ids_and_embeddings_of_other_tokens_are_refused(model, random_ids):
+    embeddings = model.get_input_embeddings()(random_ids(1, 5)).detach()
+    with pytest.raises(ValueError, match=r"input_ids must be the 5 tokens of inputs_embeds, got 3\."):
+        model.generate(random_ids(1, 3), inputs_embeds=embeddings, max_new_tokens=2)
 
 
 @pytest.mark.parametrize("given", [((None, None),) * 2, [], {}], ids=lambda x: type(x).__name__)

@@ -690,3 +690,14 @@ def test_the_card_says_what_its_layers_do(make_model, tmp_path, name, changes, s
     text = model_card.render(tmp_path, "user/other").text
     assert all(words in text for words in says) and never not in text
     assert "\n\n\n- " not in text and "\n| numbers" not in text.replace("\n\n| numbers", "")
+
+
+def test_sections_behind_what_was_inserted_are_somebodys_own(fresh):
+    """They are not inserted a second time, and nothing is, once all are theirs."""
+    new = model_card.render(fresh, "user/mine")
+    text = str(model_card.complete(ModelCard("# Mine\n"), new))
+    own = model_card.complete(ModelCard(f"{text}\n## Limits\n\nNone.\n"), new).text
+    assert own.count("## Limits") == 1 and own.endswith("## Limits\n\nNone.\n")
+    sections = new.text.replace(model_card.MARKER, "")
+    own = model_card.complete(ModelCard(f"{text}\n{sections}"), new).text
+    assert own.count("## Training") == 1 and model_card.START not in own

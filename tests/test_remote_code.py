@@ -393,6 +393,12 @@ def test_the_code_of_a_backend_travels_where_it_is_asked_for(backend, module, ma
         ("hax", {}, "mixers_sparse_branch"),
         ("hax", {}, "mixers_sparse_parts"),
         ("forget-gates", {}, "mixers_interdomain_gated"),
+        ("forget-gates", {}, "mixers_interdomain_gates"),
+        ("forget-gates", {}, "ops_interdomain_gates"),
+        ("forget-gates", {}, "ops_interdomain_gates_chunk"),
+        ("forget-gates", {}, "ops_interdomain_triton_gates"),
+        ("warped-time", {}, "mixers_interdomain_warped"),
+        ("warped-time", {}, "ops_interdomain_warp"),
     ],
 )
 def test_what_a_configuration_needs_travels_and_with_no_other(name, fields, module, make_config):

@@ -2,6 +2,7 @@
 
 import io
 import os
+import pickle
 import subprocess
 import sys
 import tarfile
@@ -95,6 +96,23 @@ def test_folders_and_states_of_before_load(folder):
 def test_pickles_of_before_load(folder):
     model = torch.load(folder / "model.pickle", weights_only=False)
     _check(model, torch.load(folder / "cache.pickle", weights_only=False), folder)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "cache_window.WindowLayer",
+        "cache_window.StaticWindowLayer",
+        "module_first_state.FirstState",
+        "modeling_interdomain.PatchEmbedding",
+        "modeling_interdomain.InterdomainForSequenceClassification",
+    ],
+)
+def test_names_of_before_are_the_classes_of_now(name):
+    """Of parts that none of these models has."""
+    module, kind = name.split(".")
+    found = pickle.loads(f"cmodeling_interdomain.{module}\n{kind}\n.".encode())
+    assert found.__name__ == kind and found.__module__ != f"modeling_interdomain.{module}"
 
 
 # With the code of its own that a folder brings.

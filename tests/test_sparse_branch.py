@@ -420,6 +420,16 @@ def test_cache_mistakes(make_branch, random_ids, advance):
         cache.crop(-30)
 
 
+def test_a_memory_goes_on_in_a_model_that_was_cast(make_branch, random_ids, advance):
+    model, ids = make_branch(), random_ids(1, 20)
+    cache = InterdomainCache(model.config)
+    advance(model.float(), cache, ids[:, :18])
+    model.double()
+    expected = model(ids, use_cache=False).logits[:, 18:]
+    found = [advance(model, cache, ids[:, 18:19]), advance(model, cache, ids[:, 19:])]
+    torch.testing.assert_close(torch.cat(found, dim=1), expected, rtol=1e-3, atol=1e-3)
+
+
 def test_generation_under_autocast(make_model, random_ids):
     """Passes and steps of a branch stay in float32."""
     model, ids = make_model("hax", dtype=torch.float32), random_ids(1, 6)

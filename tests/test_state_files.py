@@ -20,7 +20,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from modeling_interdomain import InterdomainCache, InterdomainStaticCache
 from modeling_interdomain.model_cache import file as cache_file
 from modeling_interdomain.model_cache.file import StateFileError, read_state_file, write_state_file
-from modeling_interdomain.model_cache.fingerprint import model_fingerprint, tokenizer_fingerprint
+from modeling_interdomain.model_cache.fingerprint import model_fingerprint, tokenizer_fingerprint, tokens_fingerprint
 from tests.test_hybrid_mixer import registered as local_layers  # noqa: F401  a fixture
 from tests.test_serving import word_tokenizer
 
@@ -238,8 +238,12 @@ def test_what_a_model_fingerprint_covers(make_model):
     assert first == model_fingerprint(model.model) == model_fingerprint(copy.deepcopy(model))
     with torch.no_grad():
         model.lm_head.weight += 1
-    model.config.backend, model.config.use_cache = "recurrent", False
-    assert model_fingerprint(model) == first, "a state depends on neither"
+    config = model.config
+    config.backend, config.use_cache, config.tie_word_embeddings = "recurrent", False, not config.tie_word_embeddings
+    config.bos_token_id, config.eos_token_id, config.pad_token_id = 40, 41, 42
+    config.chunk_size, config.max_rollback, config.aux_loss_coef = config.chunk_size + 1, config.max_rollback + 1, 0.5
+    config.attention_dropout, config.initializer_range = 0.25, 0.5
+    assert model_fingerprint(model) == first, "a state depends on none of these"
     seen = {first}
     for name, parameter in model.model.named_parameters():
         with torch.no_grad():
@@ -293,6 +297,24 @@ def test_adapters_that_are_switched_off_make_another_model(make_model):
     assert model_fingerprint(model) == on
 
 
+def test_how_much_adapters_add_and_which_act_make_another_model(make_model):
+    settings = LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    model = get_peft_model(make_model(), settings, adapter_name="one")
+    model.add_adapter("two", settings)
+    seen = {model_fingerprint(model)}
+    model.set_adapter("two")
+    seen.add(model_fingerprint(model))
+    model.model.model.layers[0].token_mixer.q_proj.scaling["two"] *= 2
+    seen.add(model_fingerprint(model))
+    assert len(seen) == 3
+
+
+def test_tokens_of_other_rows_are_another_text():
+    ids = torch.arange(12)
+    assert tokens_fingerprint(ids.view(2, 6)) != tokens_fingerprint(ids.view(3, 4))
+    assert tokens_fingerprint(ids.view(2, 6)) == tokens_fingerprint(ids.view(2, 6).int())
+
+
 def test_what_a_tokenizer_fingerprint_covers(tmp_path):
     tokenizer = word_tokenizer()
     first = tokenizer_fingerprint(tokenizer)
@@ -300,6 +322,9 @@ def test_what_a_tokenizer_fingerprint_covers(tmp_path):
     tokenizer.chat_template = "another"
     tokenizer.save_pretrained(tmp_path)
     assert tokenizer_fingerprint(tokenizer) == first == tokenizer_fingerprint(AutoTokenizer.from_pretrained(tmp_path))
+    tokenizer.eos_token = "w5"  # is in the vocabulary, and has another meaning now
+    assert tokenizer_fingerprint(tokenizer) != first
+    tokenizer = word_tokenizer()
     tokenizer.add_tokens(["w1000"])
     assert tokenizer_fingerprint(tokenizer) != first
 
@@ -324,6 +349,7 @@ def test_files_of_something_else_are_refused(saved, make_model, random_ids, tmp_
     assert load(path, model, tokens=ids, tokenizer=word_tokenizer()).get_seq_length() == 9
     with pytest.raises(ValueError, match="holds 9 tokens, and max_cache_len=8 leaves room for fewer"):
         InterdomainStaticCache.load(path, model, max_cache_len=8)
+    assert InterdomainStaticCache.load(path, model, max_cache_len=9).get_seq_length() == 9
     with pytest.raises(FileNotFoundError, match="There is no state file .*nothing"):
         load(tmp_path / "nothing", model)
     with pytest.raises(FileNotFoundError, match="There is no state file"):

@@ -224,6 +224,8 @@ def test_what_does_not_fit_is_refused_by_name(saved, make_model, random_ids, tmp
         save_learned_state(other, tmp_path / "none.safetensors")
     with pytest.raises(ValueError, match="this model has none: use prompt tuning"):
         add_learned_state(make_model("softmax"))
+    with pytest.raises(ValueError, match="this model has none: use prompt tuning"):
+        add_learned_state(make_model("window-alone"))  # a window without a memory has a state of no numbers
     with pytest.raises(FileNotFoundError):
         load_learned_state(model, tmp_path / "none.safetensors")
     cache = InterdomainCache(model.config)
@@ -238,6 +240,13 @@ def test_what_does_not_fit_is_refused_by_name(saved, make_model, random_ids, tmp
     torn.write_bytes(file.read_bytes()[:-8])
     with pytest.raises(ValueError, match="torn"):
         load_learned_state(model, torn)
+
+
+def test_a_learned_state_that_is_there_stays(make_model):
+    model = with_state(make_model("interdomain"))
+    before = [state.detach().clone() for state in add_learned_state(model)]
+    assert all(state.any() for state in before)
+    assert all(map(torch.equal, add_learned_state(model), before))
 
 
 def test_maps_of_attention_are_left_out(make_model, random_ids):

@@ -49,9 +49,8 @@ class InterdomainMLP(nn.Module):
         own, kind = (self.gate_proj, self.up_proj, self.down_proj), type(self.act_fn)
         if not is_plain(x, x.dtype) or kind not in _SILU or not is_untouched(self.act_fn, kind, x.device):
             return False
-        if x.dtype not in (*FULL_PRECISION, torch.bfloat16):
-            return False
-        if torch.is_autocast_enabled(x.device.type):  # which products into given memory do not heed
+        # Products into given memory do not heed autocast.
+        if x.dtype not in (*FULL_PRECISION, torch.bfloat16) or torch.is_autocast_enabled(x.device.type):
             return False
         return all(is_untouched(p, nn.Linear, x.device) and p.bias is None and p.weight.dtype == x.dtype for p in own)
 

@@ -139,11 +139,9 @@ def check_mask(attention_mask, seen, batch: int, length: int) -> None:
         check_tensors(attention_mask=attention_mask)
     if not isinstance(attention_mask, torch.Tensor) or attention_mask.ndim == 4 or not isinstance(seen, int):
         return
-    if attention_mask.shape != (batch, seen + length):
-        raise ValueError(
-            f"attention_mask must have shape [B, past + T] = [{batch}, {seen + length}], got "
-            f"{list(attention_mask.shape)}."
-        )
+    expected, found = [batch, seen + length], list(attention_mask.shape)
+    if found != expected:
+        raise ValueError(f"attention_mask must have shape [B, past + T] = {expected}, got {found}.")
     unclear = torch.compiler.is_exporting() or torch.jit.is_tracing()
     unclear = unclear or (attention_mask.is_cuda and torch.cuda.is_current_stream_capturing())
     if attention_mask.dtype == torch.bool or (seen and length == 1) or unclear:
@@ -189,9 +187,7 @@ def check_forks(mask: Any, config, mixers: list[TokenMixer], cache: Cache | None
 
     None without such a mask, and where all layers are softmax, which takes any.
     """
-    if not isinstance(mask, torch.Tensor) or mask.ndim == 2:
-        return None
-    if "linear_attention" not in config.mask_kinds:
+    if not isinstance(mask, torch.Tensor) or mask.ndim == 2 or "linear_attention" not in config.mask_kinds:
         return None
     (batch, length), alone = shape, cache is None and not torch.compiler.is_compiling()
     known = all(mixer.reads_forks or kind == "full_attention" for mixer, kind in zip(mixers, config.layer_types))
@@ -220,9 +216,9 @@ def check_positions(position_ids: torch.Tensor | None, batch: int, length: int) 
     if position_ids is None or torch.compiler.is_compiling():  # a comparison would fix the sizes in the graph
         return
     if position_ids.shape not in ((batch, length), (1, length)):
+        alike = f" or [1, {length}]" if batch > 1 else ""
         raise ValueError(
-            f"position_ids must have shape [B, T] = [{batch}, {length}] or [1, {length}], got "
-            f"{list(position_ids.shape)}."
+            f"position_ids must have shape [B, T] = [{batch}, {length}]{alike}, got {list(position_ids.shape)}."
         )
 
 
@@ -243,7 +239,8 @@ def check_cu_seqlens(cu_seqlens: torch.Tensor | None, keys: torch.Tensor | None,
     ends = cu_seqlens.tolist()
     increasing = cu_seqlens.ndim == 1 and len(ends) > 1 and all(a < b for a, b in pairwise(ends))
     if not increasing or ends[0] != 0 or ends[-1] != length:
-        raise ValueError(f"cu_seq_lens_q must increase strictly from 0 to T = {length}, got {ends}.")
+        hint = " (with prompt tuning documents cannot be packed)" if increasing and ends[-1] < length else ""
+        raise ValueError(f"cu_seq_lens_q must increase strictly from 0 to T = {length}, got {ends}{hint}.")
     if keys is not None and keys is not cu_seqlens and keys.tolist() != ends:
         raise ValueError(f"cu_seq_lens_k must be those of cu_seq_lens_q, {ends}, got {keys.tolist()}.")
 
@@ -375,9 +372,7 @@ def check_room(cache: Cache, tokens: int) -> None:
 
 def check_is_cache(cache: Any) -> None:
     if not isinstance(cache, Cache):
-        raise ValueError(
-            f"past_key_values must be a cache, got {type(cache).__name__}; make it with InterdomainCache(model.config)."
-        )
+        raise ValueError(f"past_key_values must be a cache, got {type(cache).__name__}; use InterdomainCache(config).")
 
 
 def check_cache(cache: Cache | None, config, mixers: list[TokenMixer], batch: int) -> None:

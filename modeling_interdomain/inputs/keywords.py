@@ -19,7 +19,7 @@ _READ = {
     *("return_dict", "debug_io", "debug_io_dir", "prune_layers"),  # by decorators of the library
     # Accepted without effect: they say what `cu_seq_lens_q` and the cache say already, or that tokens are of one type.
     *("max_length_q", "max_length_k", "cache_position", "token_type_ids"),
-    *("tokenizer", "assistant_tokenizer"),  # generate() reads them, and passes them on
+    *("tokenizer", "assistant_tokenizer", "assistant_model"),  # generate() reads them, and passes them on
 }
 
 

@@ -88,7 +88,7 @@ def lay_out(
     with refused_together(sequence_group, model):
         check_device(mixers, inputs_embeds.device)
         if cache is not None and model.training and model.gradient_checkpointing:
-            raise ValueError("Gradient checkpointing reads no cache: call eval(), or leave past_key_values out.")
+            raise ValueError("Gradient checkpointing reads no cache: call eval() before generate() and with a cache.")
         seen = _check(config, mixers, shape, attention_mask, position_ids, cache, kwargs)
         if sequence_group is not None:
             from ..parallel.sequence import check_sequence_group, place_piece
@@ -220,12 +220,9 @@ def _documents(kwargs: dict[str, Any], position_ids, attention_mask, cache, shap
         check_cu_seqlens(ends, keys, *shape)
     if numbers is not None:
         check_seq_idx(numbers, ends, *shape)
-    if ends is not None:
+        return cu_seqlens_from_numbers(numbers) if ends is None else ends
+    if ends is not None or position_ids is None or attention_mask is not None or cache is not None:
         return ends
-    if numbers is not None:
-        return cu_seqlens_from_numbers(numbers)
-    if position_ids is None or attention_mask is not None or cache is not None:
-        return None
     return cu_seqlens_from_positions(position_ids.expand(shape[0], -1))
 
 

@@ -7,6 +7,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ...cache.window import StaticWindowLayer, WindowLayer
 from ...layers.common import residual_projection
 from ...layers.rotary import rotate
+from ...ops.common.cpu import autocasts
 from ...ops.common.packing import Packing
 from ...ops.common.window import Keys, best, seen, token_documents
 from ..base import TokenMixer
@@ -90,6 +91,10 @@ class SoftmaxMixer(SoftmaxSpecification, TokenMixer):
             output, weights = self._attend_in_window(query, new, layer, **kwargs)
         else:
             if past_key_values is not None:
+                for kept in past_key_values.layers[self.layer_idx : self.layer_idx + 1]:  # a stock cache adds it later
+                    if kept.is_initialized and kept.keys.dtype != key.dtype and not autocasts(key.device):
+                        # The model was cast since.
+                        kept.keys, kept.values, kept.dtype = kept.keys.to(key), kept.values.to(value), key.dtype
                 key, value = past_key_values.update(key, value, self.layer_idx)
             output, weights = self._attend(query, key, value, attention_mask, **kwargs)
         output = output[..., : self.head_dim]  # without the columns of a bias
@@ -108,7 +113,8 @@ class SoftmaxMixer(SoftmaxSpecification, TokenMixer):
         length, eager = query.shape[2], self.config._attn_implementation == "eager"
         # In one piece where weights are returned, and in a graph, which cannot have a varying number of pieces.
         together = eager or torch.compiler.is_compiling()
-        pieces = [(0, length)] if together else _pieces(length, max(self.window, _PIECE))
+        size = max(self.window, _PIECE)
+        pieces = [(0, length)] if together else [(i, min(i + size, length)) for i in range(0, length, size)]
         held, last = (None, 0) if layer is None else (layer.held(), layer.to_keep(length))
         outputs, weights, whole = [], None, True
         for start, stop in pieces:
@@ -125,11 +131,6 @@ class SoftmaxMixer(SoftmaxSpecification, TokenMixer):
         if layer is not None:
             layer.store(held, length, last, whole)
         return torch.cat(outputs, dim=1), weights
-
-
-def _pieces(length: int, size: int) -> list[tuple[int, int]]:
-    """Where pieces of so many tokens begin and end."""
-    return [(start, min(start + size, length)) for start in range(0, length, size)]
 
 
 def _new_keys(key, value, before, mask: torch.Tensor | None, packing: Packing | None) -> Keys:

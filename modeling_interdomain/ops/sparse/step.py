@@ -195,7 +195,7 @@ def _compete(memory: SparseMemory, entry, score, place, real, slots: _Slots) -> 
     scores, places, kept = memory.scores.view(rows, keys), memory.places.view(rows, keys), memory.entries
     kept = kept.view(rows, keys, width)
     entries = torch.cat([kept, entry.unsqueeze(1)], dim=1)
-    of_all, places_of_all = torch.cat([scores, score], dim=1), torch.cat([places, place], dim=1)
+    of_all, places_of_all = torch.cat([scores, score.to(scores.dtype)], dim=1), torch.cat([places, place], dim=1)
     # Of equal numbers the least so far is the latest.
     worst = torch.where(places_of_all == 0, slots.none, of_all).cummin(1)[1].narrow(1, keys, 1)
     if real is not None:
