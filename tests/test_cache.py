@@ -811,21 +811,26 @@ def test_move_to_another_dtype(model, make_cache, random_ids, advance):
     torch.testing.assert_close(advance(model, cache, next_ids), expected, rtol=1e-3, atol=1e-3)
 
 
+CASTS = [("bfloat16", "float32"), ("float32", "bfloat16"), ("float64", "float32"), ("float32", "float64")]
+
+
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("dtypes", [("bfloat16", "float32"), ("float32", "bfloat16"), ("float64", "float32")])
+@pytest.mark.parametrize("name", ["interdomain-softmax", "windowed"])
+@pytest.mark.parametrize("dtypes", CASTS)
 def test_a_cache_goes_on_in_the_dtype_of_a_model_that_was_cast(
-    implementation, dtypes, make_model, make_cache, random_ids, advance
+    implementation, name, dtypes, make_model, make_cache, random_ids, advance
 ):
     """Also where the cache was moved to another dtype than that of the model."""
-    model, ids = make_model("interdomain-softmax", attn_implementation=implementation), random_ids(2, 9)
+    model, ids = make_model(name, attn_implementation=implementation), random_ids(2, 9)
     expected = model(ids, use_cache=False).logits[:, 6:]
     before, after = (getattr(torch, name) for name in dtypes)
     cache = make_cache(model.config)
     advance(model.to(before), cache, ids[:, :6])
     model.to(after)
     found = [advance(model, cache, ids[:, 6:7]), advance(model, cache.to(dtype=before), ids[:, 7:])]
-    assert cache.layers[1].keys.dtype == after
-    torch.testing.assert_close(torch.cat(found, dim=1), expected, rtol=0.1, atol=0.1, check_dtype=False)
+    assert cache.layers[name != "windowed"].keys.dtype == after
+    # The mean: in bfloat16 a window may hold other keys, of nearly the same bias.
+    assert (torch.cat(found, dim=1) - expected).abs().mean() < (0.05 if "bfloat16" in dtypes else 1e-4)
 
 
 def test_move_before_the_first_forward(make_model, random_ids):

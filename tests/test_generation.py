@@ -732,10 +732,12 @@ def test_offloading_is_refused(cache, model):
         cache(config=model.config, max_cache_len=16, offloading=True)
 
 
-def test_ids_and_embeddings_of_other_tokens_are_refused(model, random_ids):
-    embeddings = model.get_input_embeddings()(random_ids(1, 5)).detach()
-    with pytest.raises(ValueError, match=r"input_ids must be the 5 tokens of inputs_embeds, got 3\."):
-        model.generate(random_ids(1, 3), inputs_embeds=embeddings, max_new_tokens=2)
+def test_embeddings_of_more_than_the_ids(model, random_ids, generate):
+    """A prompt that no ids tell stands before those that are part of the answer; the mask is that of the embeddings."""
+    ids = random_ids(1, 8)
+    given = {"inputs_embeds": model.get_input_embeddings()(ids).detach(), "max_new_tokens": 4}
+    found = generate(model, ids[:, 3:], attention_mask=torch.ones(1, 8, dtype=torch.long), **given)
+    assert found.sequences[:, 5:].tolist() == generate(model, **given).sequences.tolist()
 
 
 @pytest.mark.parametrize("given", [((None, None),) * 2, [], {}], ids=lambda x: type(x).__name__)

@@ -281,6 +281,14 @@ def test_ranking_loss_is_a_double_loop(target):
     torch.testing.assert_close(found, torch.stack(losses).mean(), rtol=1e-12, atol=1e-12)
 
 
+def test_the_target_of_the_ranking_is_that_of_the_configuration(make_branch, random_ids):
+    ids, losses = random_ids(2, 30), []
+    for target in ("sum", "mean"):  # with so many keys all are drawn, and nothing is random
+        model = make_branch("one-layer", sparse_keys=64, ranking_target=target).train()
+        losses.append(model(ids, labels=ids).ranking_losses[0])
+    assert 0 < losses[0] != losses[1] > 0
+
+
 def test_ranking_loss_of_too_few_keys():
     scores = torch.randn(2, 1, 3, requires_grad=True)
     loss = ranking_loss(scores, torch.randn(2, 1, 3, 4), torch.randn(2, 1, 3, 4), 4)
@@ -421,7 +429,7 @@ def test_cache_mistakes(make_branch, random_ids, advance):
 
 
 def test_a_memory_goes_on_in_a_model_that_was_cast(make_branch, random_ids, advance):
-    model, ids = make_branch(), random_ids(1, 20)
+    model, ids = make_branch(), random_ids(1, 22)
     cache = InterdomainCache(model.config)
     advance(model.float(), cache, ids[:, :18])
     model.double()

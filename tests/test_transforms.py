@@ -117,6 +117,17 @@ def test_forward_mode_of_the_definition_is_reverse_mode(enabled, length, name, m
     torch.testing.assert_close((tangent(model, ids, enabled) * weights).sum(), grad.sum())
 
 
+@pytest.mark.parametrize("name", ["interdomain", "delta-rule", "mamba2", "s4d", "selective-scan"])
+def test_forward_mode_of_fused_steps_is_refused(name, make_model, random_ids):
+    """Also where they have run before: they are given addresses, and tangents have others."""
+    mixers = {"mamba2": "ssd", "s4d": "s4d", "selective-scan": "selective_scan"}.get(name, "interdomain")
+    model, ids = make_model(name, backend="triton", dtype=torch.float32, token_mixers=mixers), random_ids(2, 1)
+    with torch.no_grad():
+        model(ids, use_cache=False)
+    with pytest.raises(ValueError, match="its kernels have no derivative in forward mode .jvp.. backend='auto' would"):
+        tangent(model, ids, enabled=False)
+
+
 @pytest.mark.parametrize("name", ["interdomain", "delta-rule", "mamba2", "s4d", "interdomain, cdmoe"])
 @pytest.mark.parametrize("enabled", [False, True])
 def test_forward_mode_of_operators_is_refused(enabled, name, make_model, random_ids):

@@ -94,9 +94,6 @@ class InterdomainGenerationMixin(GenerationMixin):
         tokens, name, model_kwargs = super()._prepare_model_inputs(inputs, bos_token_id, model_kwargs)
         arguments = (tokens, None) if name == "input_ids" else (None, tokens)
         check_tokens(*arguments, self.config.hidden_size)
-        ids = model_kwargs.get("input_ids")
-        if name == "inputs_embeds" and ids is not None and ids.shape[1] not in (0, tokens.shape[1]):
-            raise ValueError(f"input_ids must be the {tokens.shape[1]} tokens of inputs_embeds, got {ids.shape[1]}.")
         given = model_kwargs.get(CACHE_NAME)
         if isinstance(given, Cache):
             check_cache_layers(given, self.config)

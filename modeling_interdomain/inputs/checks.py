@@ -239,8 +239,7 @@ def check_cu_seqlens(cu_seqlens: torch.Tensor | None, keys: torch.Tensor | None,
     ends = cu_seqlens.tolist()
     increasing = cu_seqlens.ndim == 1 and len(ends) > 1 and all(a < b for a, b in pairwise(ends))
     if not increasing or ends[0] != 0 or ends[-1] != length:
-        hint = " (with prompt tuning documents cannot be packed)" if increasing and ends[-1] < length else ""
-        raise ValueError(f"cu_seq_lens_q must increase strictly from 0 to T = {length}, got {ends}{hint}.")
+        raise ValueError(f"cu_seq_lens_q must increase strictly from 0 to T = {length}, got {ends}.")
     if keys is not None and keys is not cu_seqlens and keys.tolist() != ends:
         raise ValueError(f"cu_seq_lens_k must be those of cu_seq_lens_q, {ends}, got {keys.tolist()}.")
 
@@ -372,7 +371,9 @@ def check_room(cache: Cache, tokens: int) -> None:
 
 def check_is_cache(cache: Any) -> None:
     if not isinstance(cache, Cache):
-        raise ValueError(f"past_key_values must be a cache, got {type(cache).__name__}; use InterdomainCache(config).")
+        raise ValueError(
+            f"past_key_values must be a cache, got {type(cache).__name__}; make it with InterdomainCache(model.config)."
+        )
 
 
 def check_cache(cache: Cache | None, config, mixers: list[TokenMixer], batch: int) -> None:

@@ -88,7 +88,10 @@ def lay_out(
     with refused_together(sequence_group, model):
         check_device(mixers, inputs_embeds.device)
         if cache is not None and model.training and model.gradient_checkpointing:
-            raise ValueError("Gradient checkpointing reads no cache: call eval() before generate() and with a cache.")
+            raise ValueError(
+                "Gradient checkpointing reads no cache in training: call eval() before generate(), or leave "
+                "past_key_values out."
+            )
         seen = _check(config, mixers, shape, attention_mask, position_ids, cache, kwargs)
         if sequence_group is not None:
             from ..parallel.sequence import check_sequence_group, place_piece

@@ -11,8 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
-from ...ops.common.cpu import autocasts
-from ...ops.common.launch import namespace
+from ...ops.common.cpu import autocasts, namespace
 from .configuration import BIAS_COLUMNS
 
 

@@ -91,10 +91,10 @@ class SoftmaxMixer(SoftmaxSpecification, TokenMixer):
             output, weights = self._attend_in_window(query, new, layer, **kwargs)
         else:
             if past_key_values is not None:
-                for kept in past_key_values.layers[self.layer_idx : self.layer_idx + 1]:  # a stock cache adds it later
-                    if kept.is_initialized and kept.keys.dtype != key.dtype and not autocasts(key.device):
-                        # The model was cast since.
-                        kept.keys, kept.values, kept.dtype = kept.keys.to(key), kept.values.to(value), key.dtype
+                layers, here = past_key_values.layers, self.layer_idx
+                # The library's own cache may make a layer when it is first filled.
+                if here < len(layers) and layers[here].is_initialized and layers[here].keys.dtype != key.dtype:
+                    _go_on_as(layers[here], key, value)
                 key, value = past_key_values.update(key, value, self.layer_idx)
             output, weights = self._attend(query, key, value, attention_mask, **kwargs)
         output = output[..., : self.head_dim]  # without the columns of a bias
@@ -115,7 +115,7 @@ class SoftmaxMixer(SoftmaxSpecification, TokenMixer):
         together = eager or torch.compiler.is_compiling()
         size = max(self.window, _PIECE)
         pieces = [(0, length)] if together else [(i, min(i + size, length)) for i in range(0, length, size)]
-        held, last = (None, 0) if layer is None else (layer.held(), layer.to_keep(length))
+        held, last = (None, 0) if layer is None else (_held(layer, new), layer.to_keep(length))
         outputs, weights, whole = [], None, True
         for start, stop in pieces:
             tokens = Keys(*(x[:, :, start:stop] for x in new))
@@ -131,6 +131,24 @@ class SoftmaxMixer(SoftmaxSpecification, TokenMixer):
         if layer is not None:
             layer.store(held, length, last, whole)
         return torch.cat(outputs, dim=1), weights
+
+
+def _go_on_as(layer, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Keep keys and values in the dtype of new ones, since the model was cast; under autocast any are attended to."""
+    if not autocasts(key.device):
+        layer.keys, layer.values = layer.keys.to(key.dtype), layer.values.to(value.dtype)
+        layer.dtype = key.dtype
+
+
+def _held(layer: WindowLayer, new: Keys) -> Keys | None:
+    """What a layer holds, in the dtypes of new keys, which are others where the model or the cache was cast."""
+    held = layer.held()
+    alike = held is None or (held.key.dtype, held.bias.dtype) == (new.key.dtype, new.bias.dtype)
+    if not alike and not autocasts(new.key.device):
+        layer.bias = bias_order(held.key.to(new.bias.dtype))
+        _go_on_as(layer, new.key, new.value)
+        held = layer.held()
+    return held
 
 
 def _new_keys(key, value, before, mask: torch.Tensor | None, packing: Packing | None) -> Keys:

@@ -27,11 +27,10 @@ class SSDRecurrence(Float32Module):
         super().__init__()
         self.config = config
         self.limit = config.ssd_dt_limit
-        self.A_log = nn.Parameter(torch.empty(heads, dtype=at_least_float32()))
-        self.D = nn.Parameter(torch.empty(heads, dtype=at_least_float32())) if config.ssd_skip else None
-        self.dt_bias = (
-            None if config.ssd_dt_bias is None else nn.Parameter(torch.empty(heads, dtype=at_least_float32()))
-        )
+        dtype = at_least_float32()
+        self.A_log = nn.Parameter(torch.empty(heads, dtype=dtype))
+        self.D = nn.Parameter(torch.empty(heads, dtype=dtype)) if config.ssd_skip else None
+        self.dt_bias = None if config.ssd_dt_bias is None else nn.Parameter(torch.empty(heads, dtype=dtype))
         self.start_parameters(config)
 
     @torch.no_grad()
@@ -40,11 +39,9 @@ class SSDRecurrence(Float32Module):
         init.copy_(self.A_log, torch.arange(1, len(self.A_log) + 1, device=self.A_log.device).float().log())
         if self.D is not None:
             init.ones_(self.D)
-        if self.dt_bias is None:
-            return
         if config.ssd_dt_bias == "zero":
             init.zeros_(self.dt_bias)
-        else:
+        elif self.dt_bias is not None:
             low, high = math.log(config.time_step_min), math.log(config.time_step_max)
             step = torch.empty_like(self.dt_bias).uniform_(low, high).exp()
             init.copy_(self.dt_bias, step + torch.log(-torch.expm1(-step)))  # its softplus is the step

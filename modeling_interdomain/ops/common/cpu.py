@@ -1,4 +1,4 @@
-"""What an operator may do where it runs: which instructions a CPU has, whether values may be read, autocast."""
+"""What an operator may do where it runs: the instructions of a CPU, whether values may be read, autocast, its name."""
 
 import contextlib
 
@@ -64,3 +64,8 @@ def autocasts(device: torch.device) -> bool:
 def without_autocast(device: torch.device):
     """Switch autocast off where it is on; the context manager costs more than a small operation."""
     return torch.autocast(device.type, enabled=False) if autocasts(device) else contextlib.nullcontext()
+
+
+def namespace(module: str) -> str:
+    """The namespace in which a module registers its operators: a checkpoint's own copy of a file has one of its own."""
+    return "".join(c if c.isalnum() else "_" for c in module)

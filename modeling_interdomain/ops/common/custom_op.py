@@ -8,8 +8,8 @@ from torch._C._functorch import TransformType, peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from .cpu import in_graph, without_autocast
-from .launch import NoDerivative, namespace
+from .cpu import in_graph, namespace, without_autocast
+from .launch import NoDerivative
 
 # Where operators are made of PyTorch's operations.
 _DEFINITION = "backend='recurrent', of sparse attention 'dense'; S4D and experts have none"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
+from torch.autograd import forward_ad
 
 # The one place that imports Triton: files of kernels take both names from here.
 try:
@@ -108,8 +109,7 @@ def fused(
         tensors: those that the kernels would work on; the first says on which device.
         widths: R, D and M, or the largest of them.
         run: imports and launches the kernels.
-        entry: which kernels these are. With the device, the dtypes and the widths, but never a length, it is the kind
-            of a launch.
+        entry: which kernels; with the device, the dtypes and the widths, but never a length, the kind of a launch.
 
     Raises:
         ValueError: when "triton" is asked for and the kernels cannot run.
@@ -121,7 +121,7 @@ def fused(
     dtypes = tuple([x.dtype for x in tensors if x is not None])
     kind = (entry, device, dtypes, widths if isinstance(widths, int) else tuple(widths))
     compiling = torch.compiler.is_compiling()  # nothing is launched while a graph is made
-    if not compiling and kind in _succeeded:
+    if kind in _succeeded and not compiling and forward_ad._current_level < 0:
         return run()
     reason = _why_not_these(device, dtypes, widths if isinstance(widths, int) else max(widths))
     if reason is not None:
@@ -170,9 +170,8 @@ def overwritable(state: torch.Tensor, state_indices: torch.Tensor | None = None)
 
 def steps_fused(backend: str, state: torch.Tensor, state_indices: torch.Tensor | None = None) -> bool:
     """Whether a step is to try kernels."""
-    return backend == "triton" or (
-        backend == "auto" and state.device.type != "cpu" and overwritable(state, state_indices)
-    )
+    tries = backend == "auto" and state.device.type != "cpu"
+    return backend == "triton" or (tries and overwritable(state, state_indices))
 
 
 def check_step_backend(backend: str, state: torch.Tensor, state_indices: torch.Tensor | None = None) -> None:
@@ -190,6 +189,8 @@ def _why_not_these(device: torch.device, dtypes: tuple[torch.dtype, ...], widest
         reason = "its kernels compute in float32, and these tensors are float64"
     if reason is None and widest > _WIDEST:
         reason = f"its kernels hold up to {_WIDEST} features, values and modes a head, here one of these is {widest}"
+    if reason is None and forward_ad._current_level >= 0:
+        reason = "its kernels have no derivative in forward mode (jvp)"
     return reason
 
 
@@ -232,9 +233,8 @@ def tuned(kernel, key: tuple[str, ...], configurations: Sequence[tuple] = CONFIG
         triton.Config(tiles[0] if tiles else {}, num_warps=warps, num_stages=stages)
         for warps, stages, *tiles in configurations
     ]
-    return triton.autotune(configs, key=list(key), prune_configs_by={"early_config_prune": _that_fit}, **options)(
-        kernel
-    )
+    tune = triton.autotune(configs, key=list(key), prune_configs_by={"early_config_prune": _that_fit}, **options)
+    return tune(kernel)
 
 
 def _that_fit(configs, named_args, **kwargs):
@@ -242,11 +242,6 @@ def _that_fit(configs, named_args, **kwargs):
     if shared_memory(torch.cuda.current_device()) >= 100 * 1024:
         return configs
     return [config for config in configs if config.num_stages == 1]
-
-
-def namespace(module: str) -> str:
-    """The namespace in which a module registers its operators: a checkpoint's own copy of a file has one of its own."""
-    return "".join(c if c.isalnum() else "_" for c in module)
 
 
 @functools.cache

@@ -17,8 +17,9 @@ import torch
 from torch.nn import functional as F
 
 from ..common.checks import check_range, check_tensors, signed
+from ..common.cpu import namespace
 from ..common.custom_op import with_transforms
-from ..common.launch import fused, namespace
+from ..common.launch import fused
 
 # PyTorch's embedding bags, or fused kernels on a GPU, where they can run.
 EXPERT_BACKENDS = ("auto", "bags", "triton")

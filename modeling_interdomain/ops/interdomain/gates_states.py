@@ -450,8 +450,9 @@ class DeltaStateGradients(GatedStateGradients):
                 torch.mul(pairs(later[step]), across[step], out=pairs(into))
                 into.baddbmm_(rows[step].mT, readers[step])
                 self._add_ends(segment, by_group(into, groups), going // groups)
-        if entry is not None and segment.lanes[0] > 1:  # then `rows` are copies
-            grad_left.unflatten(0, shape).copy_(by_group(torch.cat(rows), groups))
+        if entry is not None and segment.lanes[0] > 1:  # then `rows` may be copies
+            of_keys = torch.cat([x[:, -size:] for x in rows])
+            grad_left.unflatten(0, shape)[:, :, -size:] = by_group(of_keys, groups)
         after.copy_(by_group(found, groups))
         self.through, self.of_answers = by_group(through, groups), by_group(answers, groups)
         return None if entry is None else by_group(entry, groups)

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..common.launch import StateTouched, multiprocessors, namespace, on_device, power_of_two, tl, triton
+from ..common.cpu import namespace
+from ..common.launch import StateTouched, multiprocessors, on_device, power_of_two, tl, triton
 from ..common.tiles import slots_of, state_of
 from ..diagonal.triton_tiles import times
 

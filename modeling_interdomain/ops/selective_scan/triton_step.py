@@ -5,7 +5,8 @@ Nothing is read back by the host, so that a CUDA graph can hold the step.
 
 import torch
 
-from ..common.launch import multiprocessors, namespace, on_device, power_of_two, tl, triton
+from ..common.cpu import namespace
+from ..common.launch import multiprocessors, on_device, power_of_two, tl, triton
 from ..common.tiles import slots_of, state_of
 
 

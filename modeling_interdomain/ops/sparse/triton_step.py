@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..common.launch import StateTouched, namespace, on_device, power_of_two, tl, triton
+from ..common.cpu import namespace
+from ..common.launch import StateTouched, on_device, power_of_two, tl, triton
 from .stream import Bins, SparseMemory
 
 
