@@ -110,8 +110,8 @@ def text_table(records: dict[str, dict], task: str) -> str:
     for name, found in best_language(records, task).items():
         nats = [("validation", text) for text in TEXTS]
         nats += [("places", str(low)) for low in starts] + [("repeats", kind) for kind in ("repeated", "other")]
-        cells = [f"{statistics.mean(row['train_loss'] for row in found):.3f}"]
-        cells += [f"{statistics.mean(row[what][which] for row in found):.3f}" for what, which in nats]
+        cells = [f"{statistics.mean(row['train_loss'] for row in found):.2f}"]
+        cells += [f"{statistics.mean(row[what][which] for row in found):.2f}" for what, which in nats]
         far = [statistics.mean(row["lengths"][str(factor)] for row in found) for factor in condition_study.LENGTHS]
         rows.append([name, *cells, *(f"{math.exp(x):.1f}" for x in far)])
     header = [f"{task}: nats", "at the end of training", *TEXTS.values()]

@@ -222,7 +222,7 @@ def test_what_the_page_says_of_language():
 
 
 def test_what_the_page_says_of_peers_as_published():
-    """At 1.4M: decays that no seed draws, an expansion, and rotary embeddings."""
+    """Decays that no seed draws, an expansion, and rotary embeddings."""
     best = core_table.best_language({name: read(name) for name in core_study.SOURCES}, LANGUAGE)
     loss = {name: [condition_study.score(row) for row in rows] for name, rows in best.items()}
 
@@ -238,6 +238,12 @@ def test_what_the_page_says_of_peers_as_published():
     assert [best[name][0]["learning_rate"] for name in (EXPANDED, core_conditions.ROTARY)] == [0.006, 0.006]
     difference = statistics.mean(loss[core_conditions.ROTARY]) - statistics.mean(loss["softmax, convolution"])
     assert 0 < difference < 0.02
+    larger = core_table.best_language({name: read(name) for name in core_study.SOURCES}, FEWER)
+    rotary, others = (
+        [*map(condition_study.score, larger[x])] for x in (core_conditions.ROTARY, "softmax, convolution")
+    )
+    assert all(a < b for a, b in zip(rotary, others, strict=True)) and len(rotary) == 2
+    assert round(100 * math.expm1(statistics.mean(rotary) - statistics.mean(others))) == -2
     runs = read("core_study")["runs"]
     rates = {task: core_plan.recall_rates(runs, EVEN, task, SETTINGS[0]) for task in RECALL}
     assert [round(row["accuracy"], 2) for row in next(iter(rates["recall"].values()))] == [0.78, 1.0]
