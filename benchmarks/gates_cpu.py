@@ -37,7 +37,7 @@ def run(quick: bool = False) -> dict:
         name: verify_operator(partial(_gated_by_name, names=names)) if names != Gates._fields else _delta_error()
         for name, names in SIDES.items()
     }
-    seconds, lengths, batches = (0.1, [64], [1]) if quick else (10.0, [1024, 4096], [1, 32])
+    seconds, lengths, batches = (0.1, [64], [1]) if quick else (30.0, [1024, 4096], [1, 32])
     models = {side: interdomain(quick, **changes) for side, changes in MODELS.items()}
     return {
         "relative_errors": errors | {f"{side}, a model": verify_model(model) for side, model in models.items()},
