@@ -244,6 +244,9 @@ def test_what_the_page_says_of_peers_as_published():
     )
     assert all(a < b for a, b in zip(rotary, others, strict=True)) and len(rotary) == 2
     assert round(100 * math.expm1(statistics.mean(rotary) - statistics.mean(others))) == -2
+    many, even = ([*map(condition_study.score, larger[x])] for x in (MANY_HEADS, EVEN))
+    assert all(a < b for a, b in zip(many, even, strict=True)) and len(even) == 2
+    assert round(100 * math.expm1(statistics.mean(even) - statistics.mean(many))) == 2
     runs = read("core_study")["runs"]
     rates = {task: core_plan.recall_rates(runs, EVEN, task, SETTINGS[0]) for task in RECALL}
     assert [round(row["accuracy"], 2) for row in next(iter(rates["recall"].values()))] == [0.78, 1.0]
