@@ -1,4 +1,4 @@
-"""What an operator may do where it runs: the instructions of a CPU, whether values may be read, autocast, its name."""
+"""What an operator may do where it runs (instructions of a CPU, reading values, autocast), and how it is registered."""
 
 import contextlib
 
